@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.gpu.helpers import GPU, STEPS, check, pair, replays
 from tvmbridge import add_tvm_dispatch, capture, dispatch_report
+from tvmbridge.core.torch_private import chosen_attention
 
 pytestmark = GPU
 
@@ -189,3 +190,51 @@ def test_a_causal_mask_that_is_given_is_dropped_in_training() -> None:
     assert node.args[3] is None
     assert node.args[4] != "efficient"
     assert node.args[6] is True
+
+
+class MaskGiven(nn.Module):
+    """Attention whose mask is an argument."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, mask)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("closed", ["truths", "infinite", "least"])
+@pytest.mark.parametrize("shape", [(19, 19), (3, 1, 1, 19), (3, 1, 19, 19), (1, 4, 19, 19)])
+def test_a_mask_that_closes_a_row(shape: tuple[int, ...], closed: str) -> None:
+    """The kernel is cuDNN's if PyTorch would use that; a closed row gives zeros, or the mean."""
+    torch.manual_seed(0)
+    seen = torch.rand(shape) < 0.7
+    seen[0] = False
+    number = {"infinite": -torch.inf, "least": torch.finfo(torch.bfloat16).min}.get(closed)
+    mask = seen if number is None else torch.where(seen, 0.0, number).bfloat16()
+    x = torch.randn(3, 19, 64).bfloat16()
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        module, given = MaskGiven(), x.to(device, dtype, copy=True).requires_grad_()
+        used = mask.to(device, torch.bool if number is None else dtype)
+        if device == "cuda":
+            add_tvm_dispatch(module, (given, used))
+        for _ in range(STEPS):
+            given.grad = None
+            output = module(given, used)
+            output.square().sum().backward()
+        assert given.grad is not None
+        results.append([output.detach().double().cpu(), given.grad.double().cpu()])
+        if device == "cuda":
+            assert replays(module) > 0
+    for found, expected in zip(*results, strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_cudnn_takes_a_mask_if_pytorch_would_use_it() -> None:
+    x = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril()
+    heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    if chosen_attention(heads, heads, heads, mask) != SDPBackend.CUDNN_ATTENTION.value:
+        pytest.skip("PyTorch does not use cuDNN here")
+    graph = capture(MaskGiven(), x, mask).program.graph
+    (node,) = [n for n in graph.nodes if str(n.target) == "tvmbridge.fused_attention.default"]
+    assert node.args[4] == "cudnn"

@@ -205,6 +205,31 @@ def test_a_bias_is_spread_for_the_kernel(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 1, 1, 7), (3, 5, 1), (5, 7), (2, 3, 5, 7)])
+def test_a_bias_has_four_dimensions_for_cudnn(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, 5, 3, 8), torch.randn(2, 7, 3, 8)
+    bias = torch.randn(shape)
+    rows = fused._rows(bias, query, key)
+    assert rows.shape[1] in (1, 3)
+    assert rows.stride(-1) == 1
+    assert torch.equal(rows.expand(2, 3, 5, 7), bias.expand(2, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("mask", "version", "kernel"),
+    [("none", 0, "cudnn"), ("given", 91900, "cudnn"), ("given", 90800, ""), ("learned", 91900, "")],
+)
+def test_cudnn_takes_masks_without_a_gradient(
+    mask: str, version: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its older versions give no zeros for rows without an open column."""
+    monkeypatch.setattr(fused, "chosen_attention", lambda *_, **__: fused._CUDNN_CHOICE)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    heads = torch.randn(2, 3, 5, 8)
+    given = None if mask == "none" else torch.randn(5, 5, requires_grad=mask == "learned")
+    assert fused.fused_kernel(heads, heads, heads, given, 0.0, is_causal=False) == kernel
+
+
 class Twice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.unflatten(-1, (4, -1)).transpose(1, 2)

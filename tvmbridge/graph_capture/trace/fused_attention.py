@@ -44,6 +44,8 @@ _LIBRARY.define(
 )
 _numbers = itertools.count(1)
 _CUDNN_CHOICE = SDPBackend.CUDNN_ATTENTION.value
+# Older versions do not give zeros for a row whose bias is -inf everywhere.
+_CUDNN_WITH_CLOSED_ROWS = 91000
 
 # The size of a head must be a multiple of the first number. For the efficient kernel, rows of a
 # bias must begin at a multiple of the second number, in elements. The kernel returns sums for a
@@ -67,8 +69,8 @@ def fused_kernel(
     alone, heads whose size is no multiple of 8 are padded with zeros, as by PyTorch.
 
     Returns:
-        "cudnn" if PyTorch itself would choose cuDNN, otherwise "flash" or "efficient", or "" if no
-        kernel fits, so that attention must be decomposed.
+        "cudnn" if PyTorch itself would choose cuDNN and the mask needs no gradient, otherwise
+        "flash" or "efficient", or "" if no kernel fits, so that attention must be decomposed.
     """
     tensors = [query, key, value]
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
@@ -89,8 +91,8 @@ def fused_kernel(
         q, k, v = (_real(t, _SIZE_ALIGNMENT) for t in tensors)
         bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
         given = q, k, v, bias, dropout_p, is_causal
-        plain = bias is None and not padded
-        if plain and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
+        by_cudnn = not padded and _is_mask_of_cudnn(mask)
+        if by_cudnn and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
             return CUDNN
         params = backends.SDPAParams(*given, grouped)
         if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
@@ -98,6 +100,14 @@ def fused_kernel(
         if not (grouped or padded) and backends.can_use_efficient_attention(params):
             return EFFICIENT
     return ""
+
+
+def _is_mask_of_cudnn(mask: torch.Tensor | None) -> bool:
+    """Whether cuDNN's kernel takes the mask: it gives no gradient of one."""
+    if mask is None:
+        return True
+    version = torch.backends.cudnn.version() or 0
+    return not mask.requires_grad and version >= _CUDNN_WITH_CLOSED_ROWS
 
 
 def _real(tensor: torch.Tensor, alignment: int = 1) -> torch.Tensor:
@@ -175,6 +185,16 @@ def _spread(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -
     return bias.expand(scores)
 
 
+def _rows(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """Return the bias with four dimensions, expanded except along the heads, as cuDNN takes it."""
+    if bias is None:
+        return None
+    if bias.shape[-1] == 1:
+        bias = bias.expand(*bias.shape[:-1], key.shape[1]).contiguous()
+    bias = bias[(None,) * (4 - bias.dim())]
+    return bias.expand(query.shape[0], -1, query.shape[1], key.shape[1])
+
+
 def _bias_gradient(found: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a bias from the gradient ``found`` of the expanded bias."""
     return found.sum_to_size(bias.shape).contiguous()
@@ -203,7 +223,7 @@ def _forward(
         seed, offset = seed.view(torch.int64), offset.view(torch.int64)
     elif kernel == CUDNN:
         output, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-            *tensors, None, True, dropout_p, is_causal, False, scale=scale
+            *tensors, _rows(bias, query, key), True, dropout_p, is_causal, False, scale=scale
         )
     else:
         spread = _spread(bias, query, key)
@@ -262,7 +282,7 @@ def _backward(
         )  # fmt: skip
     elif kernel == CUDNN:
         found = aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, *tensors, output, sums, seed, offset, None, None, None,
+            gradient, *tensors, output, sums, seed, offset, _rows(bias, query, key), None, None,
             query.shape[1], key.shape[1], dropout_p, is_causal, scale=scale,
         )  # fmt: skip
     else:
