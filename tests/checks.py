@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy
 import pytest
-import sympy  # noqa: F401 -- importing it adds a filter of warnings, here and in no test
 import torch
 import tvm
 from torch import nn

@@ -217,16 +217,21 @@ def test_a_bias_has_four_dimensions_for_cudnn(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "version", "kernel"),
-    [("none", 0, "cudnn"), ("given", 91900, "cudnn"), ("given", 90800, ""), ("learned", 91900, "")],
+    [
+        (None, 0, "cudnn"),
+        (torch.bool, 91900, "cudnn"),
+        (torch.bool, 90800, ""),
+        (torch.float32, 91900, ""),
+    ],
 )
-def test_cudnn_takes_masks_without_a_gradient(
-    mask: str, version: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_cudnn_takes_masks_of_booleans(
+    mask: torch.dtype | None, version: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its older versions give no zeros for rows without an open column."""
     monkeypatch.setattr(fused, "chosen_attention", lambda *_, **__: fused._CUDNN_CHOICE)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     heads = torch.randn(2, 3, 5, 8)
-    given = None if mask == "none" else torch.randn(5, 5, requires_grad=mask == "learned")
+    given = None if mask is None else torch.ones(5, 5, dtype=mask)
     assert fused.fused_kernel(heads, heads, heads, given, 0.0, is_causal=False) == kernel
 
 

@@ -31,10 +31,14 @@ _ACTIVATIONS = {
 }
 
 
-def _run(functions: dict[str, tvm.tirx.PrimFunc], operands: dict[str, list[torch.Tensor]]) -> None:
+def _run(
+    functions: dict[str, tvm.tirx.PrimFunc],
+    operands: dict[str, list[torch.Tensor]],
+    arch: str = "sm_90",
+) -> None:
     BACKENDS["cuda"].prepare()
     mod = tvm.IRModule({n: f.with_attr("global_symbol", n) for n, f in functions.items()})
-    source, lowered = source_of(mod, gpu_target())
+    source, lowered = source_of(mod, gpu_target(arch))
     library = compile_for_host(source)
     for name, tensors in operands.items():
         EmulatedFunction(library, lowered[name], 1)(*tensors)
@@ -106,7 +110,7 @@ def test_products_of_groups_of_warps() -> None:
         options = {"bias": bias, "activation": activation, "tile": tile}
         functions[name] = gpu_product(form, dtype, **options)
         operands[name] = _operands(form, dtype, bias)
-    _run(functions, operands)
+    _run(functions, operands, arch="sm_90a")
     for name, (form, _, bias) in cases.items():
         _assert_close(form, operands[name], "none" if bias else "gelu")
 

@@ -69,8 +69,8 @@ def fused_kernel(
     alone, heads whose size is no multiple of 8 are padded with zeros, as by PyTorch.
 
     Returns:
-        "cudnn" if PyTorch itself would choose cuDNN and the mask needs no gradient, otherwise
-        "flash" or "efficient", or "" if no kernel fits, so that attention must be decomposed.
+        "cudnn" if PyTorch itself would choose cuDNN and a mask has booleans, otherwise "flash" or
+        "efficient", or "" if no kernel fits, so that attention must be decomposed.
     """
     tensors = [query, key, value]
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
@@ -103,11 +103,15 @@ def fused_kernel(
 
 
 def _is_mask_of_cudnn(mask: torch.Tensor | None) -> bool:
-    """Whether cuDNN's kernel takes the mask: it gives no gradient of one."""
+    """Whether cuDNN's kernel is right for the mask.
+
+    The kernel gives no gradient of a mask. It takes the least number of bfloat16 for -inf, and so
+    gives zeros where softmax has the mean.
+    """
     if mask is None:
         return True
     version = torch.backends.cudnn.version() or 0
-    return not mask.requires_grad and version >= _CUDNN_WITH_CLOSED_ROWS
+    return mask.dtype is torch.bool and version >= _CUDNN_WITH_CLOSED_ROWS
 
 
 def _real(tensor: torch.Tensor, alignment: int = 1) -> torch.Tensor:
