@@ -43,6 +43,8 @@ _CLEAR_LEAD, _REPEATS_IF_CLEAR, _PART_IF_CLEAR = 1.5, 2, 0.25
 _WORTH_MEASURING = 1 << 17
 # At most this many rows are compared with the product in float64.
 _MOST_ROWS = 32
+# The numbers that are drawn for an operand.
+_BLOCK = (1 << 18) - 5
 _ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
 
 
@@ -142,9 +144,18 @@ def as_precise(
 def operands_to_measure(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return random tensors of ``shapes``; PyTorch's global generator is not used or changed."""
+    """Return random tensors of ``shapes``; PyTorch's global generator is not used or changed.
+
+    Large tensors repeat a block of random numbers, since drawing takes longer than a product.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
-    return [torch.rand(s, dtype=dtype, generator=generator, device="cpu") for s in shapes]
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        count = prod(shape)
+        block = torch.rand(min(count, _BLOCK), dtype=dtype, generator=generator, device="cpu")
+        return block.repeat(-(-count // _BLOCK))[:count].view(shape)
+
+    return [drawn(shape) for shape in shapes]
 
 
 def race(candidates: Sequence[Callable[[], Any]], enough: float = ENOUGH_SECONDS) -> list[float]:
