@@ -63,6 +63,12 @@ def _later_first(m: _Weights, x: Tensor) -> Any:
     return m.b(first), first, m.c(first)
 
 
+def _loss_first(m: _Weights, x: Tensor) -> Any:
+    hidden = m.a(x).tanh()
+    logits = m.b(hidden)
+    return logits.square().sum(), logits, hidden, m.c(hidden)
+
+
 def _of_two(m: _Weights, x: Tensor) -> Any:
     first, second = m.a(x).tanh(), m.b(x).tanh()
     return first, second, m.c(first * second)
@@ -114,6 +120,7 @@ CASES = [
     _shares_a_weight,
     _around,
     _later_first,
+    _loss_first,
     _of_two,
     _another_result,
     _twice,
@@ -175,13 +182,35 @@ def _around_counted(m: _Weights, x: Tensor) -> Any:
     return first, m.b(first) + x
 
 
-@pytest.mark.parametrize(("forward", "runs"), [(_chain_counted, 1), (_around_counted, 2)])
+def _loss_first_counted(m: _Weights, x: Tensor) -> Any:
+    logits = m.b(_counted(m, x))
+    return logits.square().sum(), logits, m.c(logits.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("forward", "runs"), [(_chain_counted, 1), (_around_counted, 2), (_loss_first_counted, 1)]
+)
 def test_a_chain_of_outputs_is_differentiated_once(forward: Forward, runs: int) -> None:
     module, x = _Weights(forward), torch.randn(2, 4, requires_grad=True)
     rehearsal = Rehearsal(module, (x,), {}, capture(module, x))
     _Counts.runs = 0
     gradient_facts(rehearsal)
     assert _Counts.runs == runs
+
+
+def _transposed_loss(m: _Weights, x: Tensor) -> Any:
+    scaled = m.a.weight * 2
+    return (scaled.mT.contiguous() * x).sum(), scaled
+
+
+def test_a_layout_is_that_of_the_gradient_of_the_first_output() -> None:
+    module, x = _Weights(_transposed_loss), torch.randn(4, 4)
+    rehearsal = Rehearsal(module, (x,), {}, capture(module, x))
+    facts = gradient_facts(rehearsal)
+    (expected,) = torch.autograd.grad(module(x)[0], module.a.weight)
+    assert expected.stride() == (1, 4)
+    layout = facts.layouts[facts.wanted.index("p_a_weight")]
+    assert layout.order == (1, 0)
 
 
 def _looked_up(m: _Weights, words: Tensor) -> Any:

@@ -1,18 +1,19 @@
 """Find the primals that the gradient of each output reaches, with few runs of backward.
 
 A backward on fake tensors takes as long as a forward. The outputs of many models depend on each
-other: BERT's pooled state is computed from its hidden state, and each hidden state from the one
-before. Such an output is differentiated up to the output before it, whose reach is known::
+other: a loss is computed from logits, BERT's pooled state from its hidden state, and each hidden
+state from the one before. Such an output is differentiated up to the next output in its graph,
+whose reach is that of its own gradient::
 
     x -> layers -> hidden -> pooler -> pooled
-    hidden: reaches x and the layers' weights                      (a backward through the layers)
     pooled: reaches the pooler's weights, and what hidden reaches  (a backward through the pooler)
+    hidden: reaches x and the layers' weights                      (a backward through the layers)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -42,81 +43,126 @@ def reached_by_gradients(
         UnsupportedOperatorError: PyTorch cannot differentiate on fake tensors, or a gradient is
             sparse.
     """
-    found: list[frozenset[int]] = []
-    graph = _Graph({id(leaves[position]): position for position in rehearsal.wanted})
-    for output in outputs:
-        before, asked = graph.add(output)
-        through = frozenset[int]()
-        gradients: list[torch.Tensor | None] = []
-        if before is not None:
-            first, *gradients = _gradients(output, [outputs[before], *(leaves[p] for p in asked)])
-            if first is not None and first.layout is torch.strided:
-                through = found[before]
-            else:
-                # A custom function behind it makes zeros of an absent gradient, unless it asked
-                # for None. A node behind it may refuse a sparse one, or make sparse ones of it.
-                before, asked = None, rehearsal.wanted
-        if before is None:
-            gradients = _gradients(output, [leaves[p] for p in asked])
-        sent = {p: g for p, g in zip(asked, gradients, strict=True) if g is not None}
-        for position, gradient in sent.items():
-            _refuse_sparse(rehearsal.inputs[position], gradient)
-            layouts.setdefault(position, layout_of(gradient))
-        found.append(frozenset(sent) | through)
+    found: dict[int, frozenset[int]] = {}
+    graph = _Graph(outputs, {id(leaves[position]): position for position in rehearsal.wanted})
+    for number, output in enumerate(outputs):
+        seed, through = torch.ones_like(output), frozenset[int]()
+        chain: list[tuple[int, frozenset[int]]] = []
+        following: int | None = number
+        while following is not None:
+            if following in found:
+                through = found[following]
+                break
+            current = following
+            following, seed, sent = _step(rehearsal, leaves, outputs, graph, current, seed)
+            for position, gradient in sent.items():
+                _refuse_sparse(rehearsal.inputs[position], gradient)
+                layouts.setdefault(position, layout_of(gradient))
+            chain.append((current, frozenset(sent)))
+        for current, here in reversed(chain):
+            through = found[current] = here | through
     return {
-        position: frozenset(number for number, sent in enumerate(found) if position in sent)
+        position: frozenset(number for number, sent in found.items() if position in sent)
         for position in rehearsal.wanted
     }
 
 
-@dataclass
-class _Graph:
-    """Autograd's graph behind some outputs.
+def _step(
+    rehearsal: Rehearsal,
+    leaves: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    graph: _Graph,
+    number: int,
+    seed: torch.Tensor,
+) -> tuple[int | None, torch.Tensor, dict[int, torch.Tensor]]:
+    """Differentiate an output up to the next output in its graph, if there is one.
 
-    - ``positions``: the position of each wanted primal, by the id of its tensor.
-    - ``outputs``: the number of each output so far, by its edge: a node, and its output's number.
-    - ``nodes``: the nodes of these edges.
-    - ``behind``: for each output so far, the wanted primals that its graph has.
+    Args:
+        seed: the output's own gradient.
+
+    Returns:
+        The number of the next output, or None; its gradient, or else ``seed``; and the gradients of
+        primals, by position.
+    """
+    following, asked = graph.way(number)
+    if following is not None:
+        wanted = [outputs[following], *(leaves[p] for p in asked)]
+        first, *gradients = _gradients(outputs[number], wanted, seed)
+        if first is not None and first.layout is torch.strided:
+            return following, first, _sent(asked, gradients)
+        # A custom function behind it makes zeros of an absent gradient, unless it asked for None. A
+        # node behind it may refuse a sparse one, or make sparse ones of it.
+    asked = rehearsal.wanted
+    return None, seed, _sent(asked, _gradients(outputs[number], [leaves[p] for p in asked], seed))
+
+
+def _sent(
+    positions: Sequence[int], gradients: Sequence[torch.Tensor | None]
+) -> dict[int, torch.Tensor]:
+    return {p: g for p, g in zip(positions, gradients, strict=True) if g is not None}
+
+
+class _Graph:
+    """Autograd's graph behind the outputs.
+
+    Args:
+        positions: the position of each wanted primal, by the id of its tensor.
     """
 
-    positions: dict[int, int]
-    outputs: dict[Any, int] = field(default_factory=dict)
-    nodes: set[Any] = field(default_factory=set)
-    behind: list[frozenset[int]] = field(default_factory=list)
+    def __init__(self, outputs: Sequence[torch.Tensor], positions: dict[int, int]) -> None:
+        self._positions = positions
+        edges = [(output.grad_fn, output.output_nr) for output in outputs]
+        # The number of the first output of each edge: a node, and its result's number.
+        self._numbers: dict[Any, int] = {}
+        for number, edge in enumerate(edges):
+            if edge[0] is not None:
+                self._numbers.setdefault(edge, number)
+        self._nodes = {node for node, _ in self._numbers}
+        # By output: the edges up to other outputs, the next outputs, and the wanted primals.
+        self._edges = [self._before_others(number, edge) for number, edge in enumerate(edges)]
+        self._next = [
+            {self._numbers[e] for e in found if self._numbers.get(e, number) != number}
+            for number, found in enumerate(self._edges)
+        ]
+        self._here = [self._primals_of(found) for found in self._edges]
+        self._behind: dict[int, frozenset[int]] = {}
+        for number in TopologicalSorter(dict(enumerate(self._next))).static_order():
+            behind = (self._behind[other] for other in self._next[number])
+            self._behind[number] = self._here[number].union(*behind)
 
-    def add(self, output: torch.Tensor) -> tuple[int | None, list[int]]:
-        """Return the earlier output to which ``output`` is differentiated, and the primals.
+    def way(self, number: int) -> tuple[int | None, list[int]]:
+        """Return the output up to which output ``number`` is differentiated, and the primals.
 
-        The earlier output is None if its reach may not be a part of the reach of ``output``. That
-        is so if ``output`` reads another result of the same node. It is also so if a path around
-        the earlier output leads to a primal behind it: a node may treat the sum of two gradients
-        otherwise than each of them.
+        The output is None if its reach may not be a part of the reach of ``number``. That is so if
+        another result of the same node is read. It is also so if a path around it leads to a primal
+        behind it: a node may treat the sum of two gradients otherwise than each of them.
         """
-        edge = output.grad_fn, output.output_nr
-        edges = reached([edge], self._following) if edge[0] is not None else {edge: None}
-        earlier = {self.outputs[edge] for edge in edges if edge in self.outputs}
+        others = any(e[0] in self._nodes and e not in self._numbers for e in self._edges[number])
+        if len(self._next[number]) != 1 or others:
+            return None, []
+        (following,) = self._next[number]
+        if self._here[number] & self._behind[following]:
+            return None, []
+        return following, sorted(self._here[number])
+
+    def _before_others(self, number: int, edge: Any) -> dict[Any, None]:
+        def following(current: Any) -> list[Any]:
+            if self._numbers.get(current, number) != number:
+                return []
+            return [other for other in current[0].next_functions if other[0] is not None]
+
+        return reached([edge], following) if edge[0] is not None else {}
+
+    def _primals_of(self, edges: Iterable[Any]) -> frozenset[int]:
         variables = [id(getattr(node, "variable", None)) for node, _ in edges]
-        here = frozenset(self.positions[v] for v in variables if v in self.positions)
-        others = any(e[0] in self.nodes and e not in self.outputs for e in edges)
-        beyond = frozenset[int]().union(*(self.behind[number] for number in earlier))
-        if edge[0] is not None and edge not in self.outputs:
-            self.outputs[edge] = len(self.behind)
-            self.nodes.add(edge[0])
-        self.behind.append(here | beyond)
-        if len(earlier) != 1 or others or here & beyond:
-            return None, list(self.positions.values())
-        return next(iter(earlier)), sorted(here)
-
-    def _following(self, edge: Any) -> list[Any]:
-        if edge in self.outputs:
-            return []
-        return [other for other in edge[0].next_functions if other[0] is not None]
+        return frozenset(self._positions[v] for v in variables if v in self._positions)
 
 
-def _gradients(output: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _gradients(
+    output: torch.Tensor, tensors: Sequence[torch.Tensor], seed: torch.Tensor
+) -> list[torch.Tensor | None]:
     """Return the gradients of ``tensors``; None for those that ``output`` sends none."""
     try:
-        seed = torch.ones_like(output)
         found = torch.autograd.grad(output, tensors, seed, retain_graph=True, allow_unused=True)
     except DataDependentOutputException as error:
         raise UnsupportedOperatorError(
