@@ -142,6 +142,9 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor, bool], torch.Tensor], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_right_is_refused(kind: str) -> None:
     function, reason = REFUSED[kind]
+    x = sample(4, 6)
+    if "dtype" in kind and function(x, x).dtype is function(x.to("meta"), x.to("meta")).dtype:
+        pytest.skip("this PyTorch foretells the dtype")
     with pytest.raises(UnsupportedOperatorError, match=reason):
         add_tvm_dispatch(Applied(function).eval(), sample(4, 6))
 
