@@ -152,7 +152,7 @@ def test_saved_tensors_may_be_detached(same: bool, monkeypatch: pytest.MonkeyPat
 
     with FakeTensorMode():
         x, y = torch.randn(2, 9, 3, 8), torch.randn(2, 9, 3, 8)
-        graph = make_fx(joint)(x, y).graph
+        graph = make_fx(joint, {})(x, y).graph
     drop_open_masks(graph)
     forward, backward = (n for n in graph.nodes if "fused_attention" in str(n.target))
     expected = (None, CUDNN, True) if same else (forward.args[3], EFFICIENT, False)

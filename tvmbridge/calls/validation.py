@@ -8,10 +8,11 @@ condition becomes an additional output, which is checked after each call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributions import distribution
 
 from tvmbridge.calls.callers import calling_python_module
 from tvmbridge.calls.patches import patched_here
@@ -25,6 +26,8 @@ _DISTRIBUTION = Check(
     "a parameter or a value of a torch.distributions object does not satisfy its "
     "constraint; call the module without TVM to see which",
 )
+# The function of PyTorch 2.15 that decides such a check; while exporting it would call .cpu().
+_DECIDES = "_all_true_or_runtime_assert"
 _UNNAMED = "Expected Tensor with single nonzero value, but got zero"
 
 
@@ -44,6 +47,11 @@ def noted_checks() -> Iterator[Noted]:
         found.append((passed, _DISTRIBUTION))
         return True if isinstance(passed, FakeTensor) else passed
 
+    def deciding(genuine: Any, valid: torch.Tensor, error_message: str) -> Any:
+        passed = torch._is_all_true(valid)
+        found.append((passed, _DISTRIBUTION))
+        return True if isinstance(passed, FakeTensor) else bool(passed)
+
     def asserting(genuine: Any, input: Any, assert_msg: str = _UNNAMED) -> None:
         one = isinstance(input, torch.Tensor) and input.numel() == 1
         if not (one and isinstance(input, FakeTensor)):
@@ -51,10 +59,11 @@ def noted_checks() -> Iterator[Noted]:
         # A new tensor, because ``input`` may be written later.
         found.append(((input.detach() != 0).reshape(()), Check(RuntimeError, assert_msg)))
 
-    with (
-        patched_here(torch, "_is_all_true", noting),
-        patched_here(torch, "_assert_async", asserting),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(patched_here(torch, "_is_all_true", noting))
+        stack.enter_context(patched_here(torch, "_assert_async", asserting))
+        if hasattr(distribution, _DECIDES):
+            stack.enter_context(patched_here(distribution, _DECIDES, deciding))
         yield found
 
 

@@ -21,10 +21,10 @@ def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
     value = pytree.tree_leaves(result)[0]
     order = memory_order(value)
     if op is torch.ops.aten.native_dropout.default:
-        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
+        return _mask(value.shape, order, 1.0 - args[1])
     if op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
         keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
+        return _mask(value.shape, order, keep)
     operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     return _in_words(op, TensorSpec.of(value), [TensorSpec.of(t) for t in operands])
 
@@ -36,19 +36,22 @@ def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str
     return f"{words} of {[(t.shape, memory_order(t), t.dtype) for t in operands]}"
 
 
-def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Return the dimensions from outermost to innermost in memory: they decide the numbers."""
-    return sorted(range(len(order)), key=lambda dim: -order[dim])
+def _mask(shape: Sequence[int], order: tuple[int, ...], keep: Any) -> str:
+    """Describe a mask without dimensions of one element: PyTorch 2.15 adds some to attention's.
+
+    The dimensions from outermost to innermost in memory decide the numbers.
+    """
+    nesting = sorted(range(len(order)), key=lambda dim: -order[dim])
+    return f"mask {[extent for extent in shape if extent != 1]} {nesting} {keep}"
 
 
 def captured_draw(noise: NoiseDescriptor) -> str:
     """Describe a random draw of the captured graph in the format of :func:`eager_draw`."""
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     if noise.op is torch.ops.aten.bernoulli_.float:
-        return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"
+        return _mask(noise.spec.shape, memory_order(filled), noise.args[1])
     if noise.op is torch.ops.aten.native_dropout.default:
-        order = memory_order(noise.spec)
-        return f"mask {noise.spec.shape} {_nesting(order)} {1.0 - noise.args[1]}"
+        return _mask(noise.spec.shape, memory_order(noise.spec), 1.0 - noise.args[1])
     operands = [
         leaf.spec if isinstance(leaf, ComputedTensor) else leaf
         for leaf in pytree.tree_leaves((noise.args, dict(noise.kwargs)))

@@ -30,8 +30,7 @@ from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
-# Since PyTorch 2.15 a trace shows a detached tensor as an alias.
-_DETACHES = ("aten.detach.default", "aten.alias.default")
+_DETACH = "aten.detach.default"
 # The position of the kernel's name, and the number of arguments that backward has before the query.
 _KERNEL, _BACKWARD_SHIFT = 4, 5
 # For each operator, the positions of its arguments for the mask and for ``is_causal``.
@@ -139,7 +138,7 @@ def _backward_of(node: fx.Node) -> list[fx.Node] | None:
     while pending:
         user = pending.pop()
         name = str(user.target)
-        if name in _DETACHES or user.target is operator.getitem:
+        if name == _DETACH or user.target is operator.getitem:
             pending.extend(user.users)
         elif name == _BACKWARD and [_undetached(v) for v in user.args[5:9]] == [
             _undetached(v) for v in node.args[:4]
@@ -162,7 +161,7 @@ def _origin(value: Any) -> Any:
 
 def _undetached(value: Any) -> Any:
     """Return ``value`` without detach nodes: some versions of PyTorch detach saved tensors."""
-    while isinstance(value, fx.Node) and str(value.target) in _DETACHES:
+    while isinstance(value, fx.Node) and str(value.target) == _DETACH:
         value = value.args[0]
     return value
 
