@@ -48,7 +48,7 @@ def noted_checks() -> Iterator[Noted]:
         return True if isinstance(passed, FakeTensor) else passed
 
     def deciding(genuine: Any, valid: torch.Tensor, error_message: str) -> Any:
-        passed = torch._is_all_true(valid)
+        passed = valid.all()
         found.append((passed, _DISTRIBUTION))
         return True if isinstance(passed, FakeTensor) else bool(passed)
 

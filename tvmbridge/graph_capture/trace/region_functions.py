@@ -157,7 +157,7 @@ class TracedFunction:
 
         inputs = [self._captures.fake_of(RegionTensor.of(t)) for t in (*given, *fakes)]
         with self._captures.calling():
-            # Without a table, PyTorch 2.15 traces a detach as an alias, and gradients would pass it.
+            # Without a table, PyTorch 2.15 traces a detach as an alias, and gradients pass it.
             module = make_fx(run, {})(*inputs)
         module.graph.eliminate_dead_code()
         module.recompile()
