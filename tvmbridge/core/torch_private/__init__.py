@@ -406,6 +406,16 @@ def skipped_frame(reason: str) -> Exception:
     return error
 
 
+def captured_anew(reason: str) -> Exception:
+    """Return the exception by which a backend makes TorchDynamo capture the function again.
+
+    TorchDynamo lets one exception of a backend restart a capture. It is named after another use.
+    """
+    kind = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis
+    error: Exception = kind(restart_reason=reason)
+    return error
+
+
 def backend_registry() -> Any:
     """Return the module that registers the backends of ``torch.compile`` by name."""
     return importlib.import_module("torch._dynamo.backends.registry")

@@ -126,6 +126,11 @@ DYNAMO = (
         lambda error: issubclass(error, Exception),
     ),
     PrivateName(
+        "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+        "capturing a function again whose graph would hold for some sizes only",
+        lambda error: issubclass(error, Exception),
+    ),
+    PrivateName(
         "torch._dynamo.convert_frame.compile_lock",
         "captures of TorchDynamo that wait for a trace",
         has("acquire", "release"),
