@@ -362,8 +362,9 @@ class Policy:
         Graphs have texts as constants, whether forward reads them or not. Parts are compiled anew
         for texts that forward reads, and for no others: names of samples are in many batches.
         """
-        texts = why is not None and why.kind is Kind.CHOICE and self.compiles_signatures
-        return texts and self.cut.at(why.text, of_state=True, tried=True)
+        if why is None or why.kind is not Kind.CHOICE or not self.compiles_signatures:
+            return False
+        return self.cut.at(why.text, of_state=True, tried=True)
 
     def cut_for_object(self, why: Reason | None) -> bool:
         """Serve calls in parts from now on because of an object that no graph can have.

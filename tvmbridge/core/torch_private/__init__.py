@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._C._dynamo.eval_frame
@@ -218,7 +218,7 @@ def dynamo_config() -> Any:
 
 
 # How TorchDynamo begins the reason when a function has as many graphs as its settings allow.
-LIMIT_REACHED = "Dynamo recompile limit exceeded"
+_LIMIT_REACHED: Final = "Dynamo recompile limit exceeded"
 
 
 def graph_breaks() -> Counter[str]:
@@ -231,7 +231,7 @@ def graph_breaks() -> Counter[str]:
     # Most breaks are in both counters. Skipped frames and branches are in the second one only.
     for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
         found[reason.partition("\n")[0]] += count
-    del found[LIMIT_REACHED]
+    del found[_LIMIT_REACHED]
     return found
 
 
@@ -249,7 +249,7 @@ def limits_reached() -> int:
     """Return how often TorchDynamo refused a capture since a function had too many graphs."""
     counters = importlib.import_module("torch._dynamo.utils").counters
     texts = counters["unimplemented"].items()
-    return sum(count for text, count in texts if text.startswith(LIMIT_REACHED))
+    return sum(count for text, count in texts if text.startswith(_LIMIT_REACHED))
 
 
 def captures_of_function() -> int:

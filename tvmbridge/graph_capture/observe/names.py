@@ -99,9 +99,8 @@ def _of_constant(steps: Sequence[dis.Instruction]) -> bool:
 
     ``value`` is a variable or an attribute of one, and the default a variable or a constant.
     """
-    getter, value, *rest = steps[:2] + list(
-        itertools.dropwhile(lambda s: s.opname == "LOAD_ATTR", steps[2:])
-    )
+    getter, value, *rest = steps
+    rest = list(itertools.dropwhile(lambda s: s.opname == "LOAD_ATTR", rest))
     if getter.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or value.opname not in _PUSHES_ONE:
         return False
     name, *rest = rest
