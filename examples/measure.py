@@ -138,6 +138,8 @@ def _calls(report: DispatchReport | CompileReport) -> tuple[int, list[tuple[str,
         return report.tvm_calls, why_not
     large = [graph for graph in report.graphs if not graph.small]
     left = [pair for graph in large for pair in graph.eager_calls.items()]
+    if report.limited_calls:
+        left.append((f"TorchDynamo's limit of graphs ({report.limited})", report.limited_calls))
     return sum(graph.calls for graph in report.graphs), left
 
 

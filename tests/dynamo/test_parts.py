@@ -81,6 +81,37 @@ class Averaged(nn.Module):
         return self.online(x).tanh() * 2 - self.target(x).sin() + step
 
 
+class Counted(nn.Module):
+    """A module that counts the classes of a batch: a size depends on data, and must be four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(x).log_softmax(-1)
+        self.seen += torch.bincount(scores.argmax(-1), minlength=4)
+        return (scores * (self.seen.sum() / self.seen)).square().sin()
+
+
+class Named(nn.Module):
+    """A module that gets a batch with names, and reads those of its kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        y = self.linear(batch["x"]).tanh() * 2 + 1
+        return y.sin() if batch["kind"] == "sine" else y.cos() * 3
+
+
+class Spelled(nn.Module):
+    def forward(self, x: torch.Tensor, text: str) -> torch.Tensor:
+        return (x * len(text)).sin() * 2 + x.cos()
+
+
 class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
@@ -177,6 +208,36 @@ def test_assignments_to_data() -> None:
     report = dispatch_report(module)
     assert "assigns to .data" in str(report.cut)
     assert report.share == 1
+
+
+def test_a_graph_for_one_size_that_data_decides_is_cut_instead() -> None:
+    module, reference = pair(Counted)
+    assert_like_eager(module, reference, [rows(), rows(2.0), rows(count=5)])
+    report = dispatch_report(module)
+    assert report.parts
+    assert report.share == 1
+
+
+def test_texts_that_forward_does_not_read() -> None:
+    module, reference = pair(Named)
+    kinds = "sine", "sine", "cosine"
+    for number in range(9):
+        batch = {"x": rows()[0], "names": [f"{number}", "b"], "kind": kinds[number % 3]}
+        assert_like_eager(module, reference, [(batch,)])
+    report = dispatch_report(module)
+    assert report.share == 1
+    assert "a string" in str(report.cut)
+    assert len(report.parts) == 2
+    assert sum(part.calls for part in report.parts) == 5
+
+
+def test_texts_that_forward_reads_are_not_compiled_for_ever() -> None:
+    module, reference = pair(Spelled)
+    for number in range(16):
+        assert_like_eager(module, reference, [(*rows(), "a" * number)])
+    report = dispatch_report(module)
+    assert "would compile parts of it anew at each call" in str(report)
+    assert report.tvm_calls == 12
 
 
 def test_parts_that_are_too_small() -> None:

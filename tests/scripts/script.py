@@ -195,7 +195,7 @@ def _calls(report: DispatchReport | CompileReport) -> tuple[int, int]:
     if isinstance(report, DispatchReport):
         return report.tvm_calls, sum(report.fallbacks.values())
     eager = sum(sum(graph.eager_calls.values()) for graph in report.graphs if not graph.small)
-    return sum(graph.calls for graph in report.graphs), eager
+    return sum(graph.calls for graph in report.graphs), eager + report.limited_calls
 
 
 def _reasons(report: DispatchReport | CompileReport) -> list[str]:
@@ -207,6 +207,7 @@ def _reasons(report: DispatchReport | CompileReport) -> list[str]:
         ]
         return cut + fallen
     lines = [f"{n} breaks: {why}" for why, n in report.breaks.items()]
+    lines.append(f"{report.limited_calls} calls past the limit of graphs: {report.limited}")
     return lines + [f"{n} calls: {why}" for g in report.graphs for why, n in g.eager_calls.items()]
 
 

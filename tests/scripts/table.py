@@ -18,6 +18,9 @@ _FILES = (
     "blocks",
     "loops",
     "usual",
+    "objectives",
+    "parts_of_models",
+    "served",
 )
 
 

@@ -70,7 +70,8 @@ CPU = Backend(
     graph_passes=_graph_passes,
     residual_policy="keep_casts",
     warm_up=2,
-    long_call=0.1,
+    # Longer calls may need memory that only compiled code spares.
+    long_call=5.0,
     freezes=True,
     packs=True,
     replays=False,

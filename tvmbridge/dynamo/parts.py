@@ -26,6 +26,7 @@ from tvmbridge.core.errors import FallbackError, first_line
 from tvmbridge.core.reasons import Kind, Reason
 from tvmbridge.core.torch_private import (
     FakeImplCtx,
+    captured_anew,
     dynamo_config,
     graph_breaks,
     skipped_frame,
@@ -33,13 +34,14 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
-from tvmbridge.dynamo.pieces import in_pieces
+from tvmbridge.dynamo.pieces import assumed_in, in_pieces
 from tvmbridge.dynamo.report import graph_report, leave_out_breaks
 from tvmbridge.dynamo.tensor_parallel import has_distributed_inputs, in_local_parts, shared_key
 from tvmbridge.dynamo.texts import formats_kept
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.parts import NO_PART, PartReport
 
+_SIZES = "capture_dynamic_output_shape_ops"
 # Settings of TorchDynamo during a call in parts, whatever the process has set.
 _SETTINGS: Mapping[str, Any] = {
     # If TorchDynamo fails on a function, Python runs the whole function.
@@ -49,7 +51,8 @@ _SETTINGS: Mapping[str, Any] = {
     # If it traced numpy, TorchDynamo would take numpy's random numbers from PyTorch's generator.
     "trace_numpy": False,
     "capture_scalar_outputs": False,
-    "capture_dynamic_output_shape_ops": True,
+    # A graph that then holds for some sizes only is captured again without it.
+    _SIZES: True,
     # A counter that decides sizes is an input from its second value on.
     "allow_unspec_int_on_nn_module": True,
     # All layers of a class share the code object of forward, and TorchDynamo counts by code object.
@@ -117,6 +120,7 @@ class ModuleInParts:
         self._graphs = weakref.WeakKeyDictionary()
         self.made = 0
         self._breaks: Counter[str] = Counter()
+        self._settings = dict(_SETTINGS)
 
     def run(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -131,7 +135,7 @@ class ModuleInParts:
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
             with (
-                dynamo_config().patch(**_SETTINGS),
+                dynamo_config().patch(**self._settings),
                 formats_kept(),
                 patched_here(FakeImplCtx, "create_unbacked_symint", _unbounded_size),
             ):
@@ -177,6 +181,12 @@ class ModuleInParts:
             except Exception as error:
                 logger.warning("a graph with DTensors runs in eager PyTorch", exc_info=True)
                 return self._left(graph_module.forward, f"{_UNTRACED}: {first_line(error)}")
+        assumption = assumed_in(graph_module)
+        if assumption is not None and self._settings[_SIZES]:
+            # TorchDynamo then breaks the graph at the functions whose data decides a size.
+            self._settings[_SIZES] = False
+            setattr(dynamo_config(), _SIZES, False)
+            raise captured_anew(assumption)
         return in_pieces(graph_module, self._part) or self._part(graph_module)
 
     def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:

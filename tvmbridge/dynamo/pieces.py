@@ -73,9 +73,9 @@ def in_pieces(
     Raises:
         SkipFrame: the graph holds for some sizes only, so Python must run the function.
     """
-    assumption = next(filter(None, map(assumed_by, graph_module.graph.nodes)), None)
+    assumption = assumed_in(graph_module)
     if assumption is not None:
-        raise skipped_frame(f"sizes depend on data, and the graph holds for {assumption} only")
+        raise skipped_frame(assumption)
     pieces = _cut(graph_module.graph)
     if not always and not any(piece.is_eager for piece in pieces):
         return None
@@ -211,6 +211,14 @@ def _exchanges_together(graph: fx.Graph) -> Iterator[fx.Node]:
 def _exchanges(node: fx.Node) -> bool:
     """Whether ``node`` is part of an assignment to ``.data``, which gives a tensor other memory."""
     return node.target is torch.Tensor.set_ or _LOWERS in getattr(node.target, "__name__", "")
+
+
+def assumed_in(graph_module: fx.GraphModule) -> str | None:
+    """Return for which sizes a graph holds only, of those that depend on data; None: for all."""
+    assumption = next(filter(None, map(assumed_by, graph_module.graph.nodes)), None)
+    if assumption is None:
+        return None
+    return f"sizes depend on data, and the graph holds for {assumption} only"
 
 
 def assumed_by(node: fx.Node) -> str | None:

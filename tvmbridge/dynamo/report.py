@@ -12,6 +12,7 @@ from typing import Any
 from tvmbridge.core.text_console import text_console
 from tvmbridge.core.torch_private import graph_break_hint, graph_breaks
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
+from tvmbridge.dynamo.limit import past_limit, stop_watching, watch_limit
 from tvmbridge.report import DispatchReport, report_of
 from tvmbridge.runtime.fallbacks import share, worst
 
@@ -39,6 +40,7 @@ def keep(called: CompiledGraph | EagerGraph) -> Callable[..., Any]:
     global _in_use
     _in_use = True
     _graphs[next(_numbers)] = called
+    watch_limit()
     return called.call
 
 
@@ -47,6 +49,7 @@ def forget() -> None:
     global _in_use
     _in_use = False
     _graphs.clear()
+    stop_watching()
     _breaks_before.clear()
     _breaks_before.update(graph_breaks())
 
@@ -106,6 +109,11 @@ _ADVICE = {
     ),
 }
 
+_LIMIT_ADVICE = (
+    "raise torch._dynamo.config.recompile_limit before the first call, or call "
+    "add_tvm_dispatch(module), which has no such limit; TORCH_LOGS=recompiles prints what changes"
+)
+
 
 @dataclass(frozen=True)
 class CompileReport:
@@ -114,26 +122,31 @@ class CompileReport:
     - ``graphs``: a report of each graph that tvmbridge got.
     - ``breaks``: the number of Dynamo's graph breaks since the first :func:`tvmbridge.compile`, by
       the reason, for all backends together.
+    - ``limited_calls``: the number of calls that Dynamo ran in eager PyTorch, because functions had
+      as many graphs as ``torch._dynamo.config.recompile_limit`` allows; for all backends together.
+    - ``limited``: the functions with that many graphs, or the classes of their modules.
     """
 
     graphs: tuple[GraphReport, ...]
     breaks: Mapping[str, int]
+    limited_calls: int = 0
+    limited: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Whether there are graphs, without graph breaks, and compiled code served every call."""
-        if self.breaks or not self.graphs:
+        if self.breaks or self.limited_calls or not self.graphs:
             return False
         return all(graph.whole for graph in self.graphs)
 
     @property
     def share(self) -> float:
-        """The share of calls of graphs that compiled code served; 0 if there were no calls.
+        """The share of calls that compiled code served; 0 if there were no calls.
 
-        Graphs with too few operators are left out.
+        Calls past Dynamo's limit of graphs count; graphs with too few operators are left out.
         """
         eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs if not graph.small)
-        return share(sum(graph.calls for graph in self.graphs), eager)
+        return share(sum(graph.calls for graph in self.graphs), eager + self.limited_calls)
 
     @property
     def timed_calls(self) -> int:
@@ -168,6 +181,11 @@ class CompileReport:
             console.print(f"calls by PyTorch, to time it: {self.timed_calls}")
         if self.aside_calls:
             console.print(f"calls by PyTorch, which is faster: {self.aside_calls}")
+        if self.limited_calls:
+            console.print(
+                f"calls by PyTorch, past TorchDynamo's limit of graphs for a function: "
+                f"{self.limited_calls}; functions with that many graphs: {', '.join(self.limited)}"
+            )
         table = Table("graph", "operators", "by TVM", "by PyTorch", "because")
         for graph in self.graphs:
             reasons = "\n".join(graph.eager_calls)
@@ -178,6 +196,8 @@ class CompileReport:
         for reason, count in self.breaks.items():
             console.print(f"graph breaks: {count}, because {escape(reason)}")
         advices = [_ADVICE.get(reason) or graph_break_hint(reason) for reason in self.breaks]
+        if self.limited_calls:
+            advices.append(_LIMIT_ADVICE)
         for advice in dict.fromkeys([*advices, *(graph.advice for graph in self.graphs)]):
             if advice:
                 console.print(f"what to do: {advice}", markup=False)
@@ -191,9 +211,12 @@ def compile_report() -> CompileReport:
     """
     breaks = graph_breaks()
     breaks.subtract(_breaks_before)
+    limited_calls, limited = past_limit()
     return CompileReport(
         graphs=tuple(graph_report(called) for _, called in sorted(_graphs.items())),
         breaks={reason: count for reason, count in breaks.items() if count > 0},
+        limited_calls=limited_calls,
+        limited=limited,
     )
 
 

@@ -22,7 +22,7 @@ from tvmbridge.calls.patches import code_of
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.executed import Executed, codes_within, is_library
-from tvmbridge.graph_capture.observe.names import Names
+from tvmbridge.graph_capture.observe.names import Names, searches
 from tvmbridge.recall.describe import Describer, UndescribableError
 from tvmbridge.recall.digests import is_filled, varies
 from tvmbridge.recall.sets import makes_sets, names_used, order_of_sets
@@ -130,7 +130,7 @@ def walk(module: nn.Module, describer: Describer, codes: Sequence[str]) -> Walk:
         raise NotFoundError(sorted(wanted - found)[0])
     order = {digest: number for number, digest in enumerate(codes)}
     ran.sort(key=lambda each: order[describer.code(each.code)])
-    searching = any(each.names.looked_up & _SEARCHING for each in ran)
+    searching = any(map(_searching, ran))
     used = None if searching else frozenset[str]().union(*(names_used(e.code) for e in ran))
     return Walk(tuple(ran), named, used)
 
@@ -155,11 +155,17 @@ def _executed(
             yield Executed(inner, function.__globals__, {})
 
 
+def _searching(executed: Executed) -> frozenset[str]:
+    """Return the functions by which the code may look up names that are no constants of its."""
+    found = executed.names.looked_up & _SEARCHING
+    return found if searches(executed.code) else found - {"getattr"}
+
+
 def _named(executed: Executed, describer: Describer) -> dict[str, str]:
     """Return the digests of the values that the code of a function names, by their places."""
     names, space = executed.names, executed.globals
     where = str(space.get("__name__"))
-    searching = names.looked_up & _SEARCHING
+    searching = _searching(executed)
     if searching & {"globals", "locals", "eval", "exec"}:
         raise UndescribableError(f"a function that calls {', '.join(sorted(searching))}")
     for name, what in _OF_PROCESS.items():

@@ -114,6 +114,7 @@ class ModuleCode(Executor):
                 return why
         if (
             policy.cut_for_object(why)
+            or policy.cut_for_texts(why)
             or policy.cut_for_numbers(call)
             or policy.cut_for_resized_state(found)
         ):

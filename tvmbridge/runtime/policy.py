@@ -356,6 +356,16 @@ class Policy:
         why = self.numbers.deciding(call.known, call.args, call.kwargs)
         return why is not None and self.cut.at(why, of_state=True, tried=True)
 
+    def cut_for_texts(self, why: Reason | None) -> bool:
+        """Serve calls in parts from now on, because they differ in texts, and no code may be added.
+
+        Graphs have texts as constants, whether forward reads them or not. Parts are compiled anew
+        for texts that forward reads, and for no others: names of samples are in many batches.
+        """
+        if why is None or why.kind is not Kind.CHOICE or not self.compiles_signatures:
+            return False
+        return self.cut.at(why.text, of_state=True, tried=True)
+
     def cut_for_object(self, why: Reason | None) -> bool:
         """Serve calls in parts from now on because of an object that no graph can have.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tvmbridge.graph_capture.observe.names import asks_type, names_of
+from tvmbridge.graph_capture.observe.names import asks_type, names_of, searches
 
 
 def _reads(x: Any) -> Any:
@@ -54,6 +54,57 @@ def test_globals_attributes_and_imports_are_told_apart() -> None:
     assert names_of(_compares.__code__).asks_identity
     assert not names_of(_compares_with_globals.__code__).asks_identity
     assert names_of(_writes.__code__).globals == {"WRITTEN"}
+
+
+def _finds(x: Any, name: str, default: Any) -> Any:
+    return (
+        getattr(x, "a"),  # noqa: B009
+        getattr(x.b.c, "d", []),
+        getattr(x, "e", None),
+        getattr(x, "f", default),
+        getattr(x, "g", 0),
+    )
+
+
+def _computes(x: Any, name: str) -> Any:
+    return getattr(x, "a", 1), getattr(x, name)
+
+
+def _chooses(x: Any, some: bool) -> Any:
+    return getattr(x, "a" if some else "b" + str(x))
+
+
+def _changes(x: Any) -> Any:
+    return getattr(x, "a".upper())
+
+
+def _adds(x: Any, name: str) -> Any:
+    return getattr(x, "a" + name, None)
+
+
+def _passes_on(x: Any) -> Any:
+    return list(map(getattr, x, "ab"))
+
+
+def _renames(x: Any, name: str) -> Any:
+    get = getattr
+    return get(x, name), getattr(x, "a")  # noqa: B009
+
+
+def _of_attributes(x: Any) -> Any:
+    return dis.getattr(x, "a"), x.__dict__  # type: ignore[attr-defined]
+
+
+def test_names_of_attributes_are_constants() -> None:
+    assert not searches(_finds.__code__)
+    assert not searches(_compares.__code__)
+
+
+@pytest.mark.parametrize(
+    "function", [_computes, _chooses, _changes, _adds, _passes_on, _renames, _of_attributes]
+)
+def test_names_of_attributes_are_computed(function: Any) -> None:
+    assert searches(function.__code__)
 
 
 def test_names_of_opcodes_that_are_not_known_count_as_globals(

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._C._dynamo.eval_frame
@@ -217,13 +217,21 @@ def dynamo_config() -> Any:
     return importlib.import_module("torch._dynamo.config")
 
 
+# How TorchDynamo begins the reason when a function has as many graphs as its settings allow.
+_LIMIT_REACHED: Final = "Dynamo recompile limit exceeded"
+
+
 def graph_breaks() -> Counter[str]:
-    """Count the graph breaks of TorchDynamo in this process by the first line of the reason."""
+    """Count the graph breaks of TorchDynamo in this process by the first line of the reason.
+
+    The limit of captures of one function is no graph break.
+    """
     counters = importlib.import_module("torch._dynamo.utils").counters
     found: Counter[str] = Counter()
     # Most breaks are in both counters. Skipped frames and branches are in the second one only.
     for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
         found[reason.partition("\n")[0]] += count
+    del found[_LIMIT_REACHED]
     return found
 
 
@@ -235,6 +243,49 @@ def graph_break_hint(reason: str) -> str | None:
         if first == reason and "Hint: " in rest:
             return str(rest.partition("Hint: ")[2].partition("\n")[0])
     return None
+
+
+def limits_reached() -> int:
+    """Return how often TorchDynamo refused a capture since a function had too many graphs."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    texts = counters["unimplemented"].items()
+    return sum(count for text, count in texts if text.startswith(_LIMIT_REACHED))
+
+
+def captures_of_function() -> int:
+    """Return which capture of its function TorchDynamo makes now: 1 for the first; 0 for none."""
+    current = importlib.import_module("torch._guards").CompileContext.current_compile_id()
+    return 0 if current is None else int(current.frame_compile_id) + 1
+
+
+def on_capture(note: Callable[[int], None]) -> Callable[[], None]:
+    """Call ``note(captures_of_function())`` at the start of each capture of TorchDynamo.
+
+    Returns:
+        A function that ends this.
+    """
+    callbacks = importlib.import_module("torch._dynamo.callback")
+
+    def start(begun: Any) -> None:
+        if begun.callback_trigger is callbacks.CallbackTrigger.DYNAMO:
+            note(captures_of_function())
+
+    handler = importlib.import_module("torch._dynamo").callback_handler
+    handler.register_start_callback(start)
+    return lambda: (
+        handler.start_callbacks.remove(start) if start in handler.start_callbacks else None
+    )
+
+
+def replace_lookup_hook(hook: Callable[[bool], Any] | None) -> Callable[[bool], Any] | None:
+    """Have TorchDynamo call ``hook`` after each look-up of a graph; return the previous hook.
+
+    The hook gets whether a graph was found, and returns whether the call uses it. Calls of a
+    function that has no graph have no look-up.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    before: Callable[[bool], Any] | None = frames.set_guard_complete_hook(hook)
+    return before
 
 
 def left_to_python(function: Any) -> Any:
@@ -352,6 +403,16 @@ def guard_global_hooks(names: Iterable[str]) -> None:
 def skipped_frame(reason: str) -> Exception:
     """Return the exception that makes TorchDynamo run a function in Python, uncompiled."""
     error: Exception = importlib.import_module("torch._dynamo.exc").SkipFrame(reason)
+    return error
+
+
+def captured_anew(reason: str) -> Exception:
+    """Return the exception by which a backend makes TorchDynamo capture the function again.
+
+    TorchDynamo lets one exception of a backend restart a capture. It is named after another use.
+    """
+    kind = importlib.import_module("torch._dynamo.exc").TensorifyScalarRestartAnalysis
+    error: Exception = kind(restart_reason=reason)
     return error
 
 

@@ -41,6 +41,12 @@ class Names(NamedTuple):
 _NO_GLOBAL = ("ATTR", "METHOD", "IMPORT")
 # A function that uses one of these names may look up attributes by computed names.
 SEARCHING = frozenset({"getattr", "vars", "__dict__"})
+# Instructions that push one value, and instructions that change no value.
+_PUSHES_ONE = frozenset(
+    {"LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SMALL_INT"}
+    | {"LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+)
+_WITHOUT_EFFECT = frozenset({"EXTENDED_ARG", "PRECALL", "CACHE", "PUSH_NULL", "NOP"})
 _COMPARING = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 # Instructions that may come between a name and its comparison, such as loads of a tuple's elements.
 _LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | frozenset(
@@ -74,6 +80,40 @@ def names_of(code: CodeType) -> Names:
             for p in identities
         ),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def searches(code: CodeType) -> bool:
+    """Whether ``code`` may look up attributes by names that are none of its constants."""
+    names = names_of(code)
+    if not names.looked_up & SEARCHING:
+        return False
+    if names.looked_up & SEARCHING != {"getattr"} or "getattr" in names.strings:
+        return True
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _WITHOUT_EFFECT]
+    return any(s.argval == "getattr" and not _of_constant(steps[p:]) for p, s in enumerate(steps))
+
+
+def _of_constant(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether ``steps`` begin with ``getattr(value, "name")``, or the same with a default.
+
+    ``value`` is a variable or an attribute of one, and the default a variable or a constant.
+    """
+    getter, value, *rest = steps
+    rest = list(itertools.dropwhile(lambda s: s.opname == "LOAD_ATTR", rest))
+    if getter.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or value.opname not in _PUSHES_ONE:
+        return False
+    name, *rest = rest
+    if name.opname != "LOAD_CONST" or not isinstance(name.argval, str):
+        return False
+    default = 1 if _pushes_one(rest[0]) else 0
+    called = rest[default]
+    return called.opname in ("CALL", "CALL_FUNCTION") and called.arg == 2 + default
+
+
+def _pushes_one(step: dis.Instruction) -> bool:
+    made = step.opname in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP") and step.arg == 0
+    return made or step.opname in _PUSHES_ONE
 
 
 @functools.lru_cache(maxsize=4096)

@@ -46,6 +46,26 @@ DYNAMO = (
         _counts,
     ),
     PrivateName(
+        "torch._C._dynamo.eval_frame.set_guard_complete_hook",
+        "counting calls that Dynamo runs eagerly past its limit of captures",
+        callable,
+    ),
+    PrivateName(
+        "torch._dynamo.callback.CallbackTrigger",
+        "counting calls that Dynamo runs eagerly past its limit of captures",
+        has("DYNAMO"),
+    ),
+    PrivateName(
+        "torch._dynamo.callback_handler",
+        "counting calls that Dynamo runs eagerly past its limit of captures",
+        has("register_start_callback", "start_callbacks"),
+    ),
+    PrivateName(
+        "torch._guards.CompileContext",
+        "counting the captures of a function",
+        has("current_compile_id"),
+    ),
+    PrivateName(
         "torch._dynamo.config",
         "parts of a module, which rely on settings of Dynamo",
         has(
@@ -57,6 +77,7 @@ DYNAMO = (
             "capture_dynamic_output_shape_ops",
             "allow_unspec_int_on_nn_module",
             "recompile_limit",
+            "accumulated_recompile_limit",
         ),
     ),
     PrivateName(
@@ -102,6 +123,11 @@ DYNAMO = (
     PrivateName(
         "torch._dynamo.exc.SkipFrame",
         "leaving a function to Python that Dynamo captures with other strides",
+        lambda error: issubclass(error, Exception),
+    ),
+    PrivateName(
+        "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
+        "capturing a function again whose graph would hold for some sizes only",
         lambda error: issubclass(error, Exception),
     ),
     PrivateName(
