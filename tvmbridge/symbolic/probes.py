@@ -32,6 +32,9 @@ _FAR = 8
 # Candidates for the smallest sample size: 0 and 1 have another meaning in broadcasting, and 2
 # equals many other numbers in code.
 _LEAST = (3, 5, 7, 11, 17)
+# Up to this number there are four primes for the common sizes of symbols. Sizes just above the
+# smallest sample sizes have the same quotients as these, and further points must tell them apart.
+_COMMON = 47
 # Up to this bound a symbol has so few sizes that each may have code of its own.
 _FEW = 16
 # How many points are added to tell sizes of a trace apart.
@@ -274,7 +277,7 @@ def points_for(
     for symbol in order:
         low, usual, high, bound, floor = ranges[symbol]
         limit = min(_FAR * max(high, _LANES), bound)
-        common = min(max(usual, low, 2 * _LEAST[-1]), bound)
+        common = min(max(usual, low, _COMMON), bound)
         # Within narrow bounds a smaller bottom may have a generic size at the top. Forward may
         # bound a size by that of a call, such as 512: others are served then.
         bottoms = list(_bottoms(low, floor, taken, used, tight))
