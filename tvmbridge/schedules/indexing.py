@@ -65,7 +65,9 @@ class Indexer:
         TVM orders remainders in a sum by their divisors, which may be sizes.
         """
         simple = self._analyzer.simplify(index)
-        return in_order(simple, self._numbers) if sizes_vary() else simple
+        if _is_one_term(simple) or not sizes_vary():
+            return simple
+        return in_order(simple, self._numbers)
 
     def flat(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr:
         """Return the row-major offset of an element of ``buffer``."""
@@ -135,6 +137,17 @@ def in_order(expr: Expr, numbers: Mapping[tirx.Var, int]) -> Expr:
     return tvm_ffi.structural_map(expr, ((tirx.Add, tirx.Sub), ordered))
 
 
+# TVM's walk over an expression takes longer than these tests, which most indices pass.
+_ATOMS = (tirx.IntImm, tirx.Var)
+
+
+def _is_one_term(expr: Expr) -> bool:
+    """Whether an expression is an atom or a product of atoms; False if this takes a walk."""
+    if isinstance(expr, tirx.Mul):
+        return isinstance(expr.a, _ATOMS) and isinstance(expr.b, _ATOMS)
+    return isinstance(expr, _ATOMS)
+
+
 def _apart_by_strides(index: Expr) -> Expr:
     """Return ``index`` with opaque quotients and remainders wherever a stride multiplies them.
 
@@ -142,6 +155,9 @@ def _apart_by_strides(index: Expr) -> Expr:
     the row of the window with the number of the image in the first case alone, and code for any
     size must not differ between the two.
     """
+
+    if _is_one_term(index):
+        return index
 
     def scaled(part: tirx.Mul) -> Expr:
         if not isinstance(part.b, tirx.IntImm) or not has_division(part.a):
