@@ -130,7 +130,7 @@ def test_an_unknown_version_is_logged_and_let_pass(
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"), [("2.14.1+cu130", False), ("2.15.0", True), ("3.0.1", True)]
+    ("version", "warned"), [("2.15.0+cu132", False), ("2.16.0", True), ("3.0.1", True)]
 )
 def test_a_torch_newer_than_was_tested_is_taken_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,

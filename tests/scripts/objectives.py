@@ -214,7 +214,7 @@ def optimizer_in_backward(door: Door) -> Iterator[list[Any]]:
         yield [loss]
 
 
-@script()
+@script(least=0.4)
 def private_gradients(door: Door) -> Iterator[list[Any]]:
     """Gradients of each sample by vmap of grad, clipped and summed, beside plain evaluation."""
     model = door(mlp(6, 16, 3))
@@ -234,7 +234,7 @@ def private_gradients(door: Door) -> Iterator[list[Any]]:
             yield [model(x)]
 
 
-@script()
+@script(least=0.3)
 def derivatives_of_functions(door: Door) -> Iterator[list[Any]]:
     """jacrev, hessian and jvp of a model, and an ensemble of models by vmap; plain calls beside."""
     model = door(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
@@ -250,7 +250,7 @@ def derivatives_of_functions(door: Door) -> Iterator[list[Any]]:
             yield [model(x), model(x), jacobian, bent, value, slope, ensemble(*stacked, x)]
 
 
-@script()
+@script(least=0.0)
 def teacher_forcing(door: Door) -> Iterator[list[Any]]:
     """A decoder that takes its own words or the given ones, by Python's random numbers."""
     random.seed(0)

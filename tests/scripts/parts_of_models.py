@@ -74,7 +74,7 @@ class _Equilibrium(nn.Module):
         return self.head(torch.tanh(self.inner(z) + given))
 
 
-@script(compiled=0.0)
+@script(least=0.0)
 def equilibrium(door: Door) -> Iterator[list[Any]]:
     yield from classify(door(_Equilibrium()), 6, 3)
 

@@ -49,6 +49,9 @@ class Door:
             for method in options.get("methods", ()):
                 compiled = torch.compile(getattr(model, method), backend="tvmbridge")
                 nn.Module.__setattr__(model, method, compiled)
+            if "methods" not in options and type(model).__module__.startswith("torch.nn."):
+                # Compiled in place, a module of PyTorch's own runs as before.
+                return torch.compile(model, backend="tvmbridge")
             if "methods" not in options:
                 model.compile(backend="tvmbridge")
         return model

@@ -31,7 +31,7 @@ MINIMUMS: Final[Mapping[str, str]] = {
 }
 # The newest tested versions; tvmbridge warns about newer ones, and continues.
 NEWEST: Final[Mapping[str, str]] = {
-    "torch": "2.14",
+    "torch": "2.15",
 }
 
 _MODULES: Final[Mapping[str, str]] = {
