@@ -35,7 +35,8 @@ _ATTENTION_ON_GPUS = {
     for direction in ("", "_backward")
 }
 # TorchDynamo's function that keeps the version of a tensor whose ``.data`` is assigned.
-_LOWERS = "_lower_version_count_by_1"
+# Names of functions in an assignment to ``.data``, up to PyTorch 2.14 and since then.
+_ASSIGNS = "_lower_version_count_by_1", "shallow_copy_data_"
 
 
 @dataclass
@@ -210,7 +211,8 @@ def _exchanges_together(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _exchanges(node: fx.Node) -> bool:
     """Whether ``node`` is part of an assignment to ``.data``, which gives a tensor other memory."""
-    return node.target is torch.Tensor.set_ or _LOWERS in getattr(node.target, "__name__", "")
+    name = getattr(node.target, "__name__", "")
+    return node.target is torch.Tensor.set_ or any(part in name for part in _ASSIGNS)
 
 
 def assumed_in(graph_module: fx.GraphModule) -> str | None:
