@@ -236,12 +236,16 @@ def graph_breaks() -> Counter[str]:
 
 
 def graph_break_hint(reason: str) -> str | None:
-    """Return TorchDynamo's first hint on graph breaks whose reason begins with a line; or None."""
+    """Return TorchDynamo's first hint on graph breaks whose reason begins with a line; or None.
+
+    A break without a hint may have an explanation with a reason, which says what to do.
+    """
     counters = importlib.import_module("torch._dynamo.utils").counters
     for text in (*counters["graph_break"], *counters["unimplemented"]):
         first, _, rest = text.partition("\n")
-        if first == reason and "Hint: " in rest:
-            return str(rest.partition("Hint: ")[2].partition("\n")[0])
+        mark = next((m for m in ("Hint: ", "Reason: ") if m in rest), None)
+        if first == reason and mark is not None:
+            return str(rest.partition(mark)[2].partition("\n")[0])
     return None
 
 
