@@ -145,7 +145,7 @@ def stubs_left() -> list[Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of all changed state; functions and settings are listed one by one."""
+    """Return the names of all changed state, and each function, setting and new filter."""
     names = [name for name, value in before.items() if not _same(value, after[name])]
     if "warnings" in names:
         names += [f"added {each}" for each in after["warnings"] if each not in before["warnings"]]

@@ -195,10 +195,8 @@ def _served(peer: str, model: nn.Module) -> tuple[int, int, list[str]]:
         reasons = [report.examples.get(reason, reason) for reason in report.fallbacks]
         return report.tvm_calls, report.tvm_calls + missed, reasons
     graphs = compile_report()
-    compiled = [g for g in graphs.graphs if not g.small]
-    calls = sum(g.calls for g in compiled)
-    missed = sum(sum(g.eager_calls.values()) for g in compiled)
-    reasons = [reason for g in compiled for reason in g.eager_calls]
+    calls, missed = graphs.calls
+    reasons = [reason for g in graphs.graphs if not g.small for reason in g.eager_calls]
     return calls, calls + missed, [*reasons, *(f"graph break: {b}" for b in graphs.breaks)]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.scripts.script import Door, script
 from tests.scripts.state import STEPS, steps
+from tests.scripts.training import stepped
 
 
 class _Agent(nn.Module):
@@ -139,10 +140,7 @@ def vae_methods(door: Door) -> Iterator[list[Any]]:
         z = posterior.rsample()
         kl = torch.distributions.kl_divergence(posterior, prior).sum(-1).mean()
         loss = F.binary_cross_entropy(model.decode(z), x) + min(1.0, i / 10) * kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, z, kl]
+        yield [stepped(optimizer, loss), z, kl]
     with torch.no_grad():
         for _ in range(4):
             yield [model.decode(torch.randn(3, 4))]

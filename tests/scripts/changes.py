@@ -17,15 +17,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from tests.scripts.script import Door, script
-from tests.scripts.training import STEPS, classify, mlp
-
-
-def stepped(model: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """Make one step of the optimizer; return the loss."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
+from tests.scripts.training import STEPS, classify, mlp, stepped
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
@@ -134,7 +126,7 @@ def forms_of_results(door: Door) -> Iterator[list[Any]]:
         form = ("dict", "named", "fields", "ordered")[i // 4]
         result = model(x=torch.randn(4, 6), form=form)
         logits = result["logits"] if isinstance(result, dict) else result.logits
-        yield [stepped(model, optimizer, logits.square().mean())]
+        yield [stepped(optimizer, logits.square().mean())]
 
 
 @script()
@@ -168,7 +160,7 @@ def hook_that_keeps_features(door: Door) -> Iterator[list[Any]]:
     optimizer = sgd(door(model))
     for _ in range(STEPS):
         loss = model(torch.randn(4, 6)).square().mean() + model[0].output.abs().mean()
-        yield [stepped(model, optimizer, loss)]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -191,7 +183,7 @@ def penalty_with_batch_norm(door: Door) -> Iterator[list[Any]]:
         y = model(x)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         loss = y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-        yield [stepped(model, optimizer, loss), model[1].running_mean]
+        yield [stepped(optimizer, loss), model[1].running_mean]
 
 
 @script()
@@ -204,7 +196,7 @@ def penalty_with_spectral_norm(door: Door) -> Iterator[list[Any]]:
         mixed = torch.lerp(real, fake, torch.rand(8, 1)).requires_grad_()
         loss = model(fake).mean() - model(real).mean()
         (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-        yield [stepped(model, optimizer, loss + (slope.norm(dim=1) - 1).square().mean())]
+        yield [stepped(optimizer, loss + (slope.norm(dim=1) - 1).square().mean())]
 
 
 class _Averaged(nn.Module):
@@ -226,7 +218,7 @@ def average_in_forward(door: Door) -> Iterator[list[Any]]:
     model = door(_Averaged())
     optimizer = sgd(model)
     for _ in range(STEPS):
-        loss = stepped(model, optimizer, model(torch.randn(4, 6)).square().mean())
+        loss = stepped(optimizer, model(torch.randn(4, 6)).square().mean())
         yield [loss, model.target.weight]
 
 
@@ -246,7 +238,7 @@ def smoothing_schedule(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         model.loss.label_smoothing = 0.02 * i
         loss = model(torch.randn(5, 6), torch.randint(0, 3, (5,)))
-        yield [stepped(model, optimizer, loss)]
+        yield [stepped(optimizer, loss)]
 
 
 class _Taught(nn.Module):
@@ -273,7 +265,7 @@ def teacher_in_forward(door: Door) -> Iterator[list[Any]]:
     model = door(_Taught())
     optimizer = sgd(model)
     for _ in range(STEPS):
-        loss = stepped(model, optimizer, model(torch.randn(5, 6)))
+        loss = stepped(optimizer, model(torch.randn(5, 6)))
         yield [loss, *model.teacher.parameters()]
 
 
@@ -296,7 +288,7 @@ def prints(door: Door) -> Iterator[list[Any]]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             y = model(torch.randn(4, 6))
-        yield [stepped(model, optimizer, y.square().mean()), printed.getvalue().count("(4, 3)")]
+        yield [stepped(optimizer, y.square().mean()), printed.getvalue().count("(4, 3)")]
 
 
 @dataclass
@@ -323,4 +315,4 @@ def batch_of_an_unknown_class(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         rows = 4 + i % 3
         batch = model(_Batch(torch.randn(rows, 6), torch.randint(0, 3, (rows,))))
-        yield [stepped(model, optimizer, batch.loss)]
+        yield [stepped(optimizer, batch.loss)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.script import Door, script
-from tests.scripts.training import STEPS, classify, mlp
+from tests.scripts.training import STEPS, classify, mlp, stepped
 
 
 class _Loss(nn.Module):
@@ -129,10 +129,7 @@ def func_grad_vmap(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(STEPS):
         loss = model(torch.randn(5, 6))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Forces(nn.Module):
@@ -158,10 +155,7 @@ def forces(door: Door) -> Iterator[list[Any]]:
     for _ in range(STEPS):
         energy, force = model(torch.randn(7, 3))
         loss = energy.square() + force.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, force]
+        yield [stepped(optimizer, loss), force]
 
 
 class _Reverse(torch.autograd.Function):
@@ -194,10 +188,7 @@ def gradient_reversal(door: Door) -> Iterator[list[Any]]:
         label, domain = model(torch.randn(8, 6), 2 / (1 + 2.7 ** (-i)) - 1)
         loss = F.cross_entropy(label, torch.randint(0, 3, (8,)))
         loss = loss + F.cross_entropy(domain, torch.randint(0, 2, (8,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Round(torch.autograd.Function):
@@ -264,10 +255,7 @@ def contrastive(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for n in (8,) * 8 + (5,) + (8,) * 5:
         loss = model(torch.randn(n, 6), torch.randn(n, 6))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -282,7 +270,4 @@ def maml(door: Door) -> Iterator[list[Any]]:
         grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
         fast = {k: w - 0.1 * g for (k, w), g in zip(weights.items(), grads, strict=True)}
         loss = F.mse_loss(torch.func.functional_call(model, fast, x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.scripts.script import Door, script
+from tests.scripts.training import stepped
 
 _SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
 _PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -154,10 +155,7 @@ def _steps(model: Any, batch: Any, count: int, lr: float = 0.05) -> Iterator[lis
     optimizer = torch.optim.SGD(trained, lr=lr)
     for i in range(count):
         loss = model(**batch(i)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, *(p.detach() for p in trained[:2])]
+        yield [stepped(optimizer, loss), *(p.detach() for p in trained[:2])]
 
 
 def _fixed(i: int) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.scripts.changes import sgd, stepped
+from tests.scripts.changes import sgd
 from tests.scripts.script import Door, script
-from tests.scripts.training import STEPS, mlp
+from tests.scripts.training import STEPS, mlp, stepped
 
 
 @script()
@@ -52,7 +52,7 @@ def stops_early(door: Door) -> Iterator[list[Any]]:
     for _ in range(8):
         model.train()
         for rows in torch.randperm(44).split(16):
-            yield [stepped(model, optimizer, F.mse_loss(model(data[rows]), targets[rows]))]
+            yield [stepped(optimizer, F.mse_loss(model(data[rows]), targets[rows]))]
         model.eval()
         with torch.no_grad():
             loss = F.mse_loss(model(data[:10]), targets[:10]).item()
@@ -98,7 +98,7 @@ def several_tasks(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         targets = {"kind": torch.randint(0, 3, (7,)), "age": torch.rand(7)}
         out = model(torch.randn(7, 8), targets)
-        yield [stepped(model, optimizer, out["loss"])]
+        yield [stepped(optimizer, out["loss"])]
         if i % 3 == 2:
             with torch.no_grad():
                 yield list(model(torch.randn(7, 8)).values())
@@ -127,7 +127,7 @@ def pairs_of_views(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         x = torch.randn(6 if i % 4 else 5, 12)
         views = x + 0.1 * torch.randn_like(x), x * (torch.rand_like(x) > 0.2)
-        yield [stepped(model, optimizer, model(*views))]
+        yield [stepped(optimizer, model(*views))]
 
 
 @script()
@@ -154,7 +154,7 @@ def q_learning(door: Door) -> Iterator[list[Any]]:
         with torch.no_grad():
             best = target(torch.stack(t)).max(1).values
         chosen = model(torch.stack(s)).gather(1, torch.tensor(a).unsqueeze(1)).squeeze(1)
-        yield [stepped(model, optimizer, F.huber_loss(chosen, torch.tensor(r) + 0.9 * best))]
+        yield [stepped(optimizer, F.huber_loss(chosen, torch.tensor(r) + 0.9 * best))]
         if i % 4 == 0:
             target.load_state_dict(model.state_dict())
 
@@ -183,7 +183,7 @@ def vae_with_growing_beta(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         model.beta = min(1.0, i / 8)
         out, divergence, loss = model(torch.rand(6, 12))
-        yield [stepped(model, optimizer, loss), divergence, out]
+        yield [stepped(optimizer, loss), divergence, out]
         if i % 4 == 3:
             with torch.no_grad():
                 yield list(model.eval()(torch.rand(6, 12)))
@@ -233,7 +233,7 @@ def text_cnn(door: Door) -> Iterator[list[Any]]:
         rows = [torch.randint(1, 50, (5 + (3 * i + 2 * j) % 9,)) for j in range(6)]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         loss = F.cross_entropy(model(tokens), torch.randint(0, 2, (6,)))
-        yield [stepped(model, optimizer, loss)]
+        yield [stepped(optimizer, loss)]
 
 
 class _Forecast(nn.Module):
@@ -264,7 +264,7 @@ def forecast(door: Door) -> Iterator[list[Any]]:
     for i in range(STEPS):
         series = torch.randn(5, 14, 2).cumsum(1) / 4
         x, y = series[:, :10], series[:, 10:]
-        yield [stepped(model, optimizer, F.l1_loss(model(x, 4, y), y))]
+        yield [stepped(optimizer, F.l1_loss(model(x, 4, y), y))]
         if i % 3 == 2:
             model.eval()
             with torch.no_grad():
@@ -296,7 +296,7 @@ def angular_margin(door: Door) -> Iterator[list[Any]]:
     optimizer = sgd(model)
     for i in range(STEPS):
         y = torch.randint(0, 5, (8,))
-        yield [stepped(model, optimizer, F.cross_entropy(model(torch.randn(8, 10), y), y))]
+        yield [stepped(optimizer, F.cross_entropy(model(torch.randn(8, 10), y), y))]
         if i % 3 == 2:
             with torch.no_grad():
                 yield [model(torch.randn(8, 10)).argmax(1)]
@@ -344,7 +344,7 @@ def small_gpt(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
     for _ in range(8):
         text = torch.randint(0, 20, (4, 13))
-        yield [stepped(model, optimizer, model(text[:, :-1], text[:, 1:].contiguous())[1])]
+        yield [stepped(optimizer, model(text[:, :-1], text[:, 1:].contiguous())[1])]
     model.eval()
     idx = torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
@@ -381,4 +381,4 @@ def unet_of_odd_sizes(door: Door) -> Iterator[list[Any]]:
         x, y = torch.randn(2, 1, *size), torch.rand(2, 1, *size).round()
         p = model(x).sigmoid()
         dice = 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-        yield [stepped(model, optimizer, dice + F.binary_cross_entropy(p, y))]
+        yield [stepped(optimizer, dice + F.binary_cross_entropy(p, y))]

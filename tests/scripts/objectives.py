@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 
 from tests.scripts.script import Door, script
-from tests.scripts.training import mlp
+from tests.scripts.training import mlp, stepped
 
 STEPS = 12
 
@@ -145,10 +145,7 @@ def physics_informed(door: Door) -> Iterator[list[Any]]:
         u_t, u_x = torch.autograd.grad(u, (t, x), one, create_graph=True)
         (u_xx,) = torch.autograd.grad(u_x, x, one, create_graph=True)
         loss = (u_t - 0.1 * u_xx).square().mean() + (u[:4] - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -169,10 +166,7 @@ def adversarial(door: Door) -> Iterator[list[Any]]:
             step = (step + 0.02 * slope.sign()).clamp(-0.05, 0.05).detach()
         model.train()
         loss = F.cross_entropy(model(x + step), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -190,10 +184,7 @@ def r_drop(door: Door) -> Iterator[list[Any]]:
             a.log_softmax(-1), b.log_softmax(-1), log_target=True, reduction="batchmean"
         )
         loss = both + 0.5 * apart
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -260,10 +251,7 @@ def teacher_forcing(door: Door) -> Iterator[list[Any]]:
         words = torch.randint(0, 20, (4, 6))
         logits = model(words, 1.0 if i < 5 else 0.5)
         loss = F.cross_entropy(logits.flatten(0, 1), words.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Decoder(nn.Module):

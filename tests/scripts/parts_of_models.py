@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
 
 from tests.scripts.script import Door, script
-from tests.scripts.training import classify, mlp
+from tests.scripts.training import classify, mlp, stepped
 
 STEPS = 12
 
@@ -47,10 +47,7 @@ def vq_with_averages(door: Door) -> Iterator[list[Any]]:
         x = torch.randn(8, 6)
         found, commitment, index = model(x)
         loss = F.mse_loss(found, x) + 0.25 * commitment
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, index, model.codes]
+        yield [stepped(optimizer, loss), index, model.codes]
 
 
 class _Equilibrium(nn.Module):
@@ -147,10 +144,7 @@ def mixture_density(door: Door) -> Iterator[list[Any]]:
     for _ in range(STEPS):
         out = model(torch.randn(8, 3))
         loss = -out.distribution.log_prob(torch.randn(8, 2)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, out.logits, out.distribution.sample()]
+        yield [stepped(optimizer, loss), out.logits, out.distribution.sample()]
 
 
 class _Hyper(nn.Module):
@@ -170,10 +164,7 @@ def hypernetwork(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for i in range(24):
         loss = model(torch.randn(8, 6), i % 3).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Domains(nn.Module):
@@ -198,10 +189,7 @@ def domain_norms(door: Door) -> Iterator[list[Any]]:
                 norm.momentum = 0.01
         domain = "sketch" if i % 2 else "photo"
         loss = F.cross_entropy(model(torch.randn(8, 6), domain), torch.randint(0, 3, (8,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, model.norms[domain].running_mean]
+        yield [stepped(optimizer, loss), model.norms[domain].running_mean]
 
 
 class _Standardized(nn.Conv2d):
@@ -234,10 +222,7 @@ def spatial_transformer(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(STEPS):
         loss = F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.randint(0, 3, (4,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Masked(nn.Module):
@@ -271,7 +256,4 @@ def masked_autoencoder(door: Door) -> Iterator[list[Any]]:
         x = torch.randn(4, 16, 12)
         found, mask = model(x)
         loss = ((found - x).square().mean(-1) * mask).sum() / mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss, mask]
+        yield [stepped(optimizer, loss), mask]

@@ -197,8 +197,7 @@ def _counts(door: Door) -> tuple[int, int]:
 def _calls(report: DispatchReport | CompileReport) -> tuple[int, int]:
     if isinstance(report, DispatchReport):
         return report.tvm_calls, sum(report.fallbacks.values())
-    eager = sum(sum(graph.eager_calls.values()) for graph in report.graphs if not graph.small)
-    return sum(graph.calls for graph in report.graphs), eager + report.limited_calls
+    return report.calls
 
 
 def _reasons(report: DispatchReport | CompileReport) -> list[str]:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from tests.scripts.script import Door, script
+from tests.scripts.training import stepped
 
 
 class _Texts(Dataset[dict[str, Any]]):
@@ -61,10 +62,7 @@ def padded_texts(door: Door) -> Iterator[list[Any]]:
     for _ in range(4):
         for batch in data:
             loss = model.train()(batch)["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield [loss]
+            yield [stepped(optimizer, loss)]
         with torch.no_grad():
             for batch in data:
                 yield [model.eval()(batch)]
@@ -80,10 +78,7 @@ def progressive_sizes(door: Door) -> Iterator[list[Any]]:
         for _ in range(10):
             x = torch.randn(4, 3, side, side)
             loss = F.cross_entropy(model(x), torch.randint(0, 3, (4,)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield [loss]
+            yield [stepped(optimizer, loss)]
     model.eval()
     for _ in range(4):
         with torch.inference_mode():
@@ -144,10 +139,7 @@ def speech_ctc(door: Door) -> Iterator[list[Any]]:
         found, steps = model(x, lengths)
         wanted = torch.randint(1, 6, (4, 4))
         loss = loss_of(found.transpose(0, 1), wanted, steps, torch.full((4,), 4))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Adapted(nn.Module):
@@ -180,10 +172,7 @@ def merged_adapters(door: Door) -> Iterator[list[Any]]:
     for i in range(6):
         for _ in range(6):
             loss = F.cross_entropy(model(torch.randn(8, 6)), torch.randint(0, 3, (8,)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield [loss]
+            yield [stepped(optimizer, loss)]
         model.eval()
         with torch.inference_mode():
             for _ in range(4):
@@ -203,10 +192,7 @@ def skip_grams(door: Door) -> Iterator[list[Any]]:
         words, weights = torch.randint(0, 50, (count,)), torch.rand(count)
         offsets = torch.tensor([0, 3, 7, 11])
         loss = model(words, offsets, weights, torch.randint(0, 50, (4, 6)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Bags(nn.Module):

@@ -19,6 +19,14 @@ from tests.scripts.script import Door, script
 STEPS = 12
 
 
+def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Make one step of the optimizer; return the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):
@@ -164,10 +172,7 @@ def old_spectral_norm(door: Door) -> Iterator[list[Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(STEPS):
         loss = F.cross_entropy(model(torch.randn(5, 2, 6)), torch.randint(0, 2, (5,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -206,10 +211,7 @@ def classify(model: Any, width: int, classes: int, steps: int = STEPS) -> Iterat
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
         loss = F.cross_entropy(model(torch.randn(8, width)), torch.randint(0, classes, (8,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Deep(nn.Module):

@@ -18,16 +18,14 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.scripts.script import Door, script
+from tests.scripts.training import stepped
 
 
 def _classified(model: Any, optimizer: Any, shape: tuple[int, ...], steps: int) -> Iterator[Any]:
     """Train a classifier of three classes; yield the losses."""
     for _ in range(steps):
         loss = F.cross_entropy(model(torch.randn(shape)), torch.randint(0, 3, shape[:1]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 @script()
@@ -127,10 +125,7 @@ def tied_anew(door: Door) -> Iterator[list[Any]]:
         for _ in range(8):
             ids = torch.randint(0, 40, (4, 7))
             loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield [loss, model.words.weight]
+            yield [stepped(optimizer, loss), model.words.weight]
 
 
 @script()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.script import Door, script
+from tests.scripts.training import stepped
 
 STEPS = 8
 
@@ -18,10 +19,7 @@ def _trained(model: Any, call: Any, lr: float = 1e-3, steps: int = STEPS) -> Ite
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     for i in range(steps):
         loss = call(model, i)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield [loss]
+        yield [stepped(optimizer, loss)]
 
 
 class _Backbone(nn.Sequential):

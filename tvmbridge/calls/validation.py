@@ -39,18 +39,18 @@ def noted_checks() -> Iterator[Noted]:
     """
     found: Noted = []
 
-    def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
-        passed = genuine(*args, **kwargs)
-        # Three frames up is the caller: the patch's stub and its call are between.
-        if not (calling_python_module(3) or "").startswith("torch.distributions"):
-            return passed
+    def noted(passed: torch.Tensor) -> Any:
         found.append((passed, _DISTRIBUTION))
         return True if isinstance(passed, FakeTensor) else passed
 
+    def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
+        passed = genuine(*args, **kwargs)
+        # Three frames up is the caller: the patch's stub and its call are between.
+        of_distribution = (calling_python_module(3) or "").startswith("torch.distributions")
+        return noted(passed) if of_distribution else passed
+
     def deciding(genuine: Any, valid: torch.Tensor, error_message: str) -> Any:
-        passed = valid.all()
-        found.append((passed, _DISTRIBUTION))
-        return True if isinstance(passed, FakeTensor) else bool(passed)
+        return noted(valid.all())
 
     def asserting(genuine: Any, input: Any, assert_msg: str = _UNNAMED) -> None:
         one = isinstance(input, torch.Tensor) and input.numel() == 1

@@ -34,7 +34,6 @@ _ATTENTION_ON_GPUS = {
     for kernel in ("cudnn", "efficient", "flash")
     for direction in ("", "_backward")
 }
-# TorchDynamo's function that keeps the version of a tensor whose ``.data`` is assigned.
 # Names of functions in an assignment to ``.data``, up to PyTorch 2.14 and since then.
 _ASSIGNS = "_lower_version_count_by_1", "shallow_copy_data_"
 

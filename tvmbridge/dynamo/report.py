@@ -140,13 +140,18 @@ class CompileReport:
         return all(graph.whole for graph in self.graphs)
 
     @property
-    def share(self) -> float:
-        """The share of calls that compiled code served; 0 if there were no calls.
+    def calls(self) -> tuple[int, int]:
+        """The number of calls that compiled code served, and that eager PyTorch served instead.
 
         Calls past Dynamo's limit of graphs count; graphs with too few operators are left out.
         """
         eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs if not graph.small)
-        return share(sum(graph.calls for graph in self.graphs), eager + self.limited_calls)
+        return sum(graph.calls for graph in self.graphs), eager + self.limited_calls
+
+    @property
+    def share(self) -> float:
+        """The share of :attr:`calls` that compiled code served; 0 if there were no calls."""
+        return share(*self.calls)
 
     @property
     def timed_calls(self) -> int:
